@@ -1,0 +1,226 @@
+"""Runs the suite's tests against one candidate and gives each a verdict.
+
+Lives in the process that runs tests (an xdist worker or plain pytest). What it finds goes out as
+a plain dictionary in each report's ``user_properties``; turning these into a run document is the
+runner's business.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import HealthCheck, Phase
+from hypothesis.errors import Flaky, HypothesisException
+
+from conformance import evidence
+from conformance.candidate import Candidate, Capabilities, NotProvided, load_candidate, probe
+from conformance.errors import ConformanceError
+from conformance.expectations import load_expectations
+from conformance.plugin.isolation import Isolation, describe
+from conformance.specification import Clause, load_specification
+from conformance.specification.select import select
+from conformance.testing import Inconclusive, variant_name
+
+EXAMPLES = {"quick": 4, "standard": 20, "deep": 300}
+"""Hypothesis examples per property test. Quick must fit into 20 s, standard into 90 s on two
+cores; deep is for a night."""
+
+PROPERTY = "conformance"
+
+
+class Grader:
+    """One per process that runs tests."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        plan_file = config.getoption("conformance_plan")
+        plan = json.loads(Path(plan_file).read_text(encoding="utf-8")) if plan_file else None
+        try:
+            self.specification = load_specification()
+            self.candidate: Candidate = load_candidate(config.getoption("candidate"))
+            self.capabilities = (
+                Capabilities(**plan["capabilities"]) if plan else probe(self.candidate)
+            )
+            self.selected = select(
+                self.specification, config.getoption("clauses"), config.getoption("profiles")
+            )
+            self.expected = load_expectations(
+                config.getoption("expectations"),
+                self.candidate.name,
+                self.candidate.version,
+                known=set(self.specification.by_id),
+            )
+        except ConformanceError as problem:
+            raise pytest.UsageError(str(problem)) from None
+        self.edition: str = config.getoption("edition")
+        self.isolation = Isolation(int(config.getoption("hypothesis_seed", None) or 0))
+        self._left: dict[str, list[str]] = {}
+        self._use_hypothesis_settings()
+        if hasattr(config, "workerinput"):
+            # Ctrl-C reaches every process of the terminal; only the controller may act on it.
+            # So a KeyboardInterrupt seen here was raised by the candidate.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _use_hypothesis_settings(self) -> None:
+        hypothesis.settings.register_profile(
+            "conformance",
+            max_examples=EXAMPLES[self.config.getoption("budget")],
+            deadline=None,  # a deadline would measure this machine, not the candidate
+            database=None,
+            print_blob=False,
+            report_multiple_bugs=False,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        )
+        hypothesis.settings.load_profile("conformance")
+
+    # ------------------------------------------------------------------ selection
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        kept, dropped = [], []
+        for item in items:
+            clause = self._clause_of(item)
+            (kept if self._graded(clause, item) else dropped).append(item)
+        items[:] = kept
+        if dropped:
+            self.config.hook.pytest_deselected(items=dropped)
+
+    def _clause_of(self, item: pytest.Item) -> Clause:
+        marker = item.get_closest_marker("clause")
+        if marker is None:
+            raise pytest.UsageError(f"{item.nodeid} names no clause")
+        clause = self.specification.by_id.get(marker.args[0])
+        if clause is None:
+            raise pytest.UsageError(f"{item.nodeid} names {marker.args[0]!r}, which is no clause")
+        return clause
+
+    def _graded(self, clause: Clause, item: pytest.Item) -> bool:
+        if clause.id not in self.selected or not clause.applies_to(self.edition):
+            return False
+        if clause.testable != "cpu" and clause.testable != self.config.getoption("device"):
+            return False
+        variant = clause.variant
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if variant == "any" and "use_reentrant" in parameters:
+            variant = variant_name(bool(parameters["use_reentrant"]))
+        return self.capabilities.missing(clause.profile, variant) is None
+
+    # ------------------------------------------------------------------ running
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        evidence.current.reset()
+        clause = self._clause_of(item)
+        if any(record.clause == clause.id for record in self.expected):
+            _do_not_shrink(item)
+        left = self._left[item.nodeid] = []
+        with self.isolation.around(item.nodeid, left):
+            try:
+                return (yield)
+            except (KeyboardInterrupt, SystemExit, GeneratorExit) as raised:
+                # These would end the session; here they are only what the candidate raised.
+                raise CandidateRaised(raised) from raised
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Iterator[None]:
+        report = yield
+        if call.when == "call" or (call.when == "setup" and call.excinfo is not None):
+            report.user_properties.append((PROPERTY, self._finding(item, call)))
+        return report
+
+    def _finding(self, item: pytest.Item, call: pytest.CallInfo[None]) -> dict[str, Any]:
+        marker = item.get_closest_marker("clause")
+        assert marker is not None
+        minimum = marker.kwargs.get("minimum", 1)
+        verdict, message, silent, exception = _judge(call, minimum)
+        left = describe(self._left.pop(item.nodeid, []))
+        if left and verdict == "pass":
+            message = left
+        elif left:
+            message = f"{message} ({left})"
+        return {
+            "clause": marker.args[0],
+            "test": item.nodeid,
+            "verdict": verdict,
+            "message": message,
+            "silent": silent,
+            "exception": exception,
+            "examples": evidence.current.count,
+            "seconds": round(call.duration, 4),
+            "details": _details(call) if verdict not in ("pass", "unsupported") else "",
+        }
+
+
+class CandidateRaised(Exception):
+    """Stands in for an exception that must not end the session."""
+
+    def __init__(self, original: BaseException) -> None:
+        super().__init__(f"the candidate raised {type(original).__name__}: {original}")
+        self.original = original
+
+
+def _judge(call: pytest.CallInfo[None], minimum: int) -> tuple[str, str, bool, str | None]:
+    """Verdict, message, whether the wrong outcome came silently, and the exception's type."""
+    if call.excinfo is None:
+        if evidence.current.count < minimum:
+            return (
+                "error",
+                f"reached what it asks about {evidence.current.count} times, needs {minimum}",
+                False,
+                None,
+            )
+        return "pass", "", False, None
+    raised = call.excinfo.value
+    if isinstance(raised, CandidateRaised):
+        raised = raised.original
+    name = type(raised).__name__
+    message = _first_lines(raised)
+    if isinstance(raised, NotProvided):
+        return "unsupported", f"the candidate has no {raised}", False, name
+    if isinstance(raised, (Inconclusive, Flaky)):
+        return "inconclusive", message, False, name
+    if call.when == "setup" or isinstance(raised, HypothesisException):
+        return "error", message, False, name
+    if isinstance(raised, pytest.fail.Exception) and message.startswith("Timeout"):
+        return "timeout", message, False, name
+    silent = isinstance(raised, (AssertionError, pytest.fail.Exception))
+    return "fail", message, silent, name
+
+
+def _first_lines(raised: BaseException, limit: int = 600) -> str:
+    try:
+        text = str(raised)
+    except BaseException as problem:  # noqa: BLE001 - a candidate's __str__ may raise anything
+        text = f"<its message raises {type(problem).__name__}>"
+    if not isinstance(raised, (AssertionError, pytest.fail.Exception)):
+        text = f"{type(raised).__name__}: {text}"
+    # pytest rewrites assertions: the first line says what failed, the rest shows both sides.
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return "\n".join(lines[:6])[:limit] or type(raised).__name__
+
+
+def _details(call: pytest.CallInfo[None]) -> str:
+    if call.excinfo is None:
+        return ""
+    lines = traceback.format_exception(call.excinfo.value)
+    return "".join(lines)[-6000:]
+
+
+def _do_not_shrink(item: pytest.Item) -> None:
+    """A recorded fault is known: finding it is enough, its smallest form costs only time."""
+    function = getattr(item, "obj", None)
+    settings = getattr(function, "_hypothesis_internal_use_settings", None)
+    if settings is not None:
+        function._hypothesis_internal_use_settings = hypothesis.settings(  # type: ignore[union-attr]
+            settings, phases=[Phase.explicit, Phase.generate]
+        )
+

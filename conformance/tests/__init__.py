@@ -1,0 +1,1 @@
+"""The suite's tests, one file per chapter of the specification."""
