@@ -14,6 +14,10 @@ class ConformanceError(Exception):
 
     exit_code = EXIT_SUITE_FAILED
 
+    def __init__(self, message: str, *, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details  # shown with --debug, such as a traceback of another process
+
 
 class UsageError(ConformanceError):
     """The command or its configuration is wrong."""

@@ -15,6 +15,7 @@ class Evidence:
         self.count = 0
 
     def reset(self) -> None:
+        """Begin a new test."""
         self.count = 0
 
 

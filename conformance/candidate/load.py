@@ -133,7 +133,7 @@ def _import_module(name: str) -> ModuleType:
         if problem.name is not None and (name == problem.name or name.startswith(problem.name)):
             raise CandidateNotLoaded(f"no module named {name!r}") from problem
         raise CandidateNotLoaded(f"{name} cannot be imported: {problem}") from problem
-    except BaseException as problem:  # noqa: BLE001 - a candidate may raise anything
+    except BaseException as problem:
         raise CandidateNotLoaded(
             f"{name} cannot be imported: {type(problem).__name__}: {_one_line(problem)}"
         ) from problem
@@ -156,7 +156,7 @@ def _import_file(spelling: str) -> ModuleType:
     sys.modules[specification.name] = module
     try:
         specification.loader.exec_module(module)
-    except BaseException as problem:  # noqa: BLE001 - a candidate may raise anything
+    except BaseException as problem:
         sys.modules.pop(specification.name, None)
         raise CandidateNotLoaded(
             f"{spelling} cannot be imported: {type(problem).__name__}: {_one_line(problem)}"

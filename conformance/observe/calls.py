@@ -46,6 +46,7 @@ class Recorder:
         self.runs: list[Run] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function and note the run."""
         run = Run(
             args if self.keep_arguments else (),
             kwargs if self.keep_arguments else {},

@@ -168,9 +168,7 @@ def assert_equivalent(
 
 def _compare(observed: Outcome, expected: Outcome, ambient: bool) -> None:
     assert_same(observed.result, expected.result, "result")
-    for index, (got, wanted) in enumerate(
-        zip(observed.gradients, expected.gradients, strict=True)
-    ):
+    for index, (got, wanted) in enumerate(zip(observed.gradients, expected.gradients, strict=True)):
         assert (got is None) == (wanted is None), (
             f"gradient of leaf {index}: expected {'none' if wanted is None else 'one'}, "
             f"observed {'none' if got is None else 'one'}"
@@ -178,6 +176,7 @@ def _compare(observed: Outcome, expected: Outcome, ambient: bool) -> None:
         if wanted is not None:
             assert_same(got, wanted, f"gradient of leaf {index}")
     if ambient:
-        assert expected.ambient is not None and observed.ambient is not None
+        assert expected.ambient is not None
+        assert observed.ambient is not None
         changed = expected.ambient.difference(observed.ambient)
         assert not changed, f"state after the run differs from the plain run: {changed}"

@@ -21,7 +21,7 @@ class PackLog(torch.autograd.graph.saved_tensors_hooks):
         self._on_unpack = on_unpack
         super().__init__(self._pack, self._unpack)
 
-    def __enter__(self) -> PackLog:
+    def __enter__(self) -> PackLog:  # type: ignore[override]
         super().__enter__()
         return self
 

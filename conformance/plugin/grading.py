@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import signal
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from hypothesis import HealthCheck, Phase
 from hypothesis.errors import Flaky, HypothesisException
 
 from conformance import evidence
-from conformance.candidate import Candidate, Capabilities, NotProvided, load_candidate, probe
+from conformance.candidate import Candidate, Capabilities, NotProvided, load_candidate
+from conformance.candidate.probe import probe
 from conformance.errors import ConformanceError
 from conformance.expectations import load_expectations
+from conformance.plugin.findings import PROPERTY, stable_name
 from conformance.plugin.isolation import Isolation, describe
 from conformance.specification import Clause, load_specification
 from conformance.specification.select import select
@@ -31,8 +33,6 @@ from conformance.testing import Inconclusive, variant_name
 EXAMPLES = {"quick": 4, "standard": 20, "deep": 300}
 """Hypothesis examples per property test. Quick must fit into 20 s, standard into 90 s on two
 cores; deep is for a night."""
-
-PROPERTY = "conformance"
 
 
 class Grader:
@@ -84,7 +84,9 @@ class Grader:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        kept, dropped = [], []
+        """Keep the tests of clauses that are selected, in force and supported."""
+        kept: list[pytest.Item] = []
+        dropped: list[pytest.Item] = []
         for item in items:
             clause = self._clause_of(item)
             (kept if self._graded(clause, item) else dropped).append(item)
@@ -116,12 +118,13 @@ class Grader:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        """Run each test in the known state, and let nothing that it raises end the session."""
         evidence.current.reset()
         clause = self._clause_of(item)
         if any(record.clause == clause.id for record in self.expected):
             _do_not_shrink(item)
         left = self._left[item.nodeid] = []
-        with self.isolation.around(item.nodeid, left):
+        with self.isolation.around(stable_name(item.nodeid), left):
             try:
                 return (yield)
             except (KeyboardInterrupt, SystemExit, GeneratorExit) as raised:
@@ -131,7 +134,8 @@ class Grader:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> Iterator[None]:
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Attach what was found to the report of each test."""
         report = yield
         if call.when == "call" or (call.when == "setup" and call.excinfo is not None):
             report.user_properties.append((PROPERTY, self._finding(item, call)))
@@ -149,7 +153,7 @@ class Grader:
             message = f"{message} ({left})"
         return {
             "clause": marker.args[0],
-            "test": item.nodeid,
+            "test": stable_name(item.nodeid),
             "verdict": verdict,
             "message": message,
             "silent": silent,
@@ -157,6 +161,7 @@ class Grader:
             "examples": evidence.current.count,
             "seconds": round(call.duration, 4),
             "details": _details(call) if verdict not in ("pass", "unsupported") else "",
+            "repro_source": _repro_source(call),
         }
 
 
@@ -215,6 +220,14 @@ def _details(call: pytest.CallInfo[None]) -> str:
     return "".join(lines)[-6000:]
 
 
+def _repro_source(call: pytest.CallInfo[None]) -> str | None:
+    """The standalone script that a failure of a random program carries."""
+    if call.excinfo is None:
+        return None
+    source = getattr(call.excinfo.value, "repro_source", None)
+    return source if isinstance(source, str) else None
+
+
 def _do_not_shrink(item: pytest.Item) -> None:
     """A recorded fault is known: finding it is enough, its smallest form costs only time."""
     function = getattr(item, "obj", None)
@@ -223,4 +236,3 @@ def _do_not_shrink(item: pytest.Item) -> None:
         function._hypothesis_internal_use_settings = hypothesis.settings(  # type: ignore[union-attr]
             settings, phases=[Phase.explicit, Phase.generate]
         )
-

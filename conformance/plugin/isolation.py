@@ -83,4 +83,3 @@ class Isolation:
 def describe(left: list[str]) -> str:
     """One phrase for a report, such as ``left autocast, grad_enabled changed``."""
     return f"left {', '.join(left)} changed" if left else ""
-

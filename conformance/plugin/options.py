@@ -21,6 +21,7 @@ BUDGETS = ("quick", "standard", "deep")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options; all are ignored without ``--candidate``."""
     group = parser.getgroup("conformance", "activation checkpointing conformance")
     group.addoption("--candidate", metavar="NAME", help="implementation to grade")
     group.addoption("--edition", default=DEFAULT_EDITION, choices=EDITIONS)
@@ -35,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Start grading in a process that runs tests; an xdist controller runs none."""
     config.addinivalue_line("markers", "clause(id, minimum=1): the clause that a test grades")
     if not config.getoption("candidate"):
         return

@@ -62,6 +62,7 @@ class Specification:
 
     @functools.cached_property
     def by_id(self) -> dict[str, Clause]:
+        """Clauses by id."""
         return {clause.id: clause for clause in self.clauses}
 
     def select(self, patterns: Iterable[str]) -> list[Clause]:
@@ -103,7 +104,8 @@ def load_specification(directory: Path | None = None) -> Specification:
                     )
             clauses.append(entry)
     seen: set[str] = set()
-    for item in (*clauses, *corners):
+    items: list[Clause | Corner] = [*clauses, *corners]
+    for item in items:
         if item.id in seen:
             raise SpecificationError(f"{item.chapter}:{item.line}: {item.id} is defined twice")
         seen.add(item.id)

@@ -1,0 +1,1 @@
+"""Run documents: written, read back, rendered."""

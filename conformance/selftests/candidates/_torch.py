@@ -1,0 +1,21 @@
+"""All public names of torch's own implementation, for adapters that change one thing of it."""
+
+from torch.utils.checkpoint import (  # noqa: F401
+    CheckpointError,
+    CheckpointFunction,
+    CheckpointPolicy,
+    DefaultDeviceType,
+    GraphExecGroup,
+    SAC_IGNORED_OPS,
+    SelectiveCheckpointContext,
+    check_backward_validity,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+    detach_variable,
+    get_device_states,
+    noop_context_fn,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+    set_device_states,
+)
