@@ -5,6 +5,7 @@ The plugin restores it around every test; tests compare captures to see what a c
 
 from __future__ import annotations
 
+import ctypes
 import random
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -39,7 +40,7 @@ class AmbientState:
     def capture(cls) -> AmbientState:
         """Read the state of this thread and process."""
         return cls(
-            rng=torch.get_rng_state().numpy().tobytes(),
+            rng=_random_state(),
             python_rng=hash(random.getstate()),
             grad_enabled=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
@@ -67,3 +68,9 @@ class AmbientState:
             if item.name not in ignore and before != after:
                 changed[item.name] = "changed" if item.name.endswith("rng") else (before, after)
         return changed
+
+
+def _random_state() -> bytes:
+    state = torch.get_rng_state()
+    # Read in place: torch turns tensors into bytes only through numpy, which need not be there.
+    return ctypes.string_at(state.data_ptr(), state.numel())

@@ -1,0 +1,177 @@
+"""A stand-in for an accelerator, so that what is promised about device generators can be seen on
+a machine that has none.
+
+It borrows the name of a device type that torch knows but this machine has no module for, installs
+a small device module under that name for the length of a ``with`` block, and takes it away again.
+Nothing of the process is changed for good (renaming the private-use backend would be).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+_BORROWED = ("maia", "ipu", "hpu", "vulkan")
+"""Device types of torch without a module in a plain build; the first free one is used."""
+
+_STATE_SIZE = 4
+
+
+class FakeAccelerator:
+    """``count`` devices, each with a generator whose state is a small CPU tensor.
+
+    ``state[i]`` is the generator of device ``i``: its first number is what the next draw gives, a
+    draw adds one. ``log`` lists each access to a generator through the device module as
+    ``(kind, device)`` with kind "get" or "set". ``current`` is the current device.
+    """
+
+    def __init__(self, device_type: str, count: int = 2) -> None:
+        self.type = device_type
+        self.count = count
+        self.state = [torch.full((_STATE_SIZE,), 100.0 * index) for index in range(count)]
+        self.log: list[tuple[str, int]] = []
+        self.current = 0
+        self.initialized = True
+
+    def tensor(self, index: int = 0) -> FakeTensorOnDevice:
+        """A tensor (three ones, no gradient) that lives on device ``index``."""
+        return FakeTensorOnDevice(torch.ones(3), torch.device(self.type, index))
+
+    def draw(self, index: int) -> float:
+        """A number from the generator of device ``index``, which moves on by one."""
+        value = float(self.state[index][0])
+        self.state[index] = self.state[index] + 1
+        return value
+
+    def states(self) -> list[list[float]]:
+        """The states of all generators, to compare."""
+        return [state.tolist() for state in self.state]
+
+    def index(self, device: Any) -> int:
+        """The index that ``device`` means: an int, a string, a device, or None for the current."""
+        if device is None:
+            return self.current
+        if isinstance(device, int):
+            return device
+        found = torch.device(device).index
+        return self.current if found is None else found
+
+
+def _module(accelerator: FakeAccelerator) -> types.ModuleType:
+    """What ``torch.<type>`` is for a device backend: what device-generic code calls."""
+
+    @contextlib.contextmanager
+    def device(wanted: Any) -> Iterator[None]:
+        before, accelerator.current = accelerator.current, accelerator.index(wanted)
+        try:
+            yield
+        finally:
+            accelerator.current = before
+
+    def set_device(wanted: Any) -> None:
+        accelerator.current = accelerator.index(wanted)
+
+    def get_rng_state(wanted: Any = None) -> torch.Tensor:
+        index = accelerator.index(wanted)
+        accelerator.log.append(("get", index))
+        return accelerator.state[index].clone()
+
+    def set_rng_state(state: torch.Tensor, wanted: Any = None) -> None:
+        index = accelerator.index(wanted)
+        accelerator.log.append(("set", index))
+        accelerator.state[index] = state.clone()
+
+    def get_rng_state_all() -> list[torch.Tensor]:
+        return [get_rng_state(index) for index in range(accelerator.count)]
+
+    def set_rng_state_all(states: Sequence[torch.Tensor]) -> None:
+        for index, state in enumerate(states):
+            set_rng_state(state, index)
+
+    functions: dict[str, Callable[..., Any]] = {
+        "device": device,
+        "set_device": set_device,
+        "current_device": lambda: accelerator.current,
+        "device_count": lambda: accelerator.count,
+        "is_available": lambda: True,
+        "is_initialized": lambda: accelerator.initialized,
+        "init": lambda: None,
+        "synchronize": lambda wanted=None: None,
+        "get_rng_state": get_rng_state,
+        "set_rng_state": set_rng_state,
+        "get_rng_state_all": get_rng_state_all,
+        "set_rng_state_all": set_rng_state_all,
+        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
+        "_is_in_bad_fork": lambda: False,
+    }
+    module = types.ModuleType(f"torch.{accelerator.type}")
+    module._initialized = accelerator.initialized  # type: ignore[attr-defined]
+    for name, function in functions.items():
+        setattr(module, name, function)
+    return module
+
+
+class FakeTensorOnDevice(torch.Tensor):
+    """Says that it lives on the fake device; its operators run on a CPU tensor inside."""
+
+    _inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, device: torch.device) -> FakeTensorOnDevice:  # noqa: D102
+        made: FakeTensorOnDevice = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, inner.shape, dtype=inner.dtype, device=device
+        )
+        made._inner = inner
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"FakeTensorOnDevice(shape={tuple(self.shape)}, device={self.device})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        devices: list[torch.device] = []
+
+        def unwrap(tensor: FakeTensorOnDevice) -> torch.Tensor:
+            devices.append(tensor.device)
+            return tensor._inner
+
+        inner_args = tree_map_only(FakeTensorOnDevice, unwrap, args)
+        inner_kwargs = tree_map_only(FakeTensorOnDevice, unwrap, kwargs or {})
+        result = func(*inner_args, **inner_kwargs)
+        return tree_map_only(torch.Tensor, lambda made: cls(made, devices[0]), result)
+
+
+@contextlib.contextmanager
+def fake_accelerator(candidate: Any = None, *, count: int = 2) -> Iterator[FakeAccelerator]:
+    """Install a fake accelerator for the block.
+
+    With ``candidate``, its DefaultDeviceType is what it was before, after the block too.
+    Raises RuntimeError if this build of torch has a module for every name that could be borrowed.
+    """
+    for name in _BORROWED:
+        if not hasattr(torch, name) and f"torch.{name}" not in sys.modules:
+            break
+    else:
+        raise RuntimeError("no device type is free to be borrowed for a fake accelerator")
+    default = (
+        candidate.DefaultDeviceType
+        if candidate is not None and candidate.has("DefaultDeviceType")
+        else None
+    )
+    before = default.get_device_type() if default is not None else None
+    accelerator = FakeAccelerator(name, count)
+    setattr(torch, name, _module(accelerator))
+    try:
+        yield accelerator
+    finally:
+        delattr(torch, name)
+        if default is not None:
+            default.set_device_type(before)
