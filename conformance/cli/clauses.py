@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from conformance.errors import SpecificationError, UsageError
+from conformance.mutants.catalogue import faulty_variants
 from conformance.specification import Clause, Specification, load_specification
 from conformance.specification.tests_index import TestCase, index_tests
 
@@ -84,6 +85,10 @@ def show(identifier: str) -> None:
     for case in _tests_of(clause, index_tests()):
         console.print(Text(f"test: conformance/tests/{case.file}:{case.line} {case.name}"))
         console.print(Text(f"      {case.question}"))
+    biting = [mutant for mutant in faulty_variants() if clause.id in mutant.clauses]
+    console.print(Text(f"bites: {len(biting)}"))
+    for mutant in biting:
+        console.print(Text(f"      {mutant.name}: {mutant.what}"))
     console.print(Text(f"text: spec/{clause.chapter}:{clause.line}"))
 
 

@@ -34,6 +34,9 @@ EXAMPLES = {"quick": 4, "standard": 20, "deep": 300}
 """Hypothesis examples per property test. Quick must fit into 20 s, standard into 90 s on two
 cores; deep is for a night."""
 
+FIND_ONLY = (Phase.explicit, Phase.generate)
+"""Phases of Hypothesis where finding a failure is enough and its smallest form costs only time."""
+
 
 class Grader:
     """One per process that runs tests."""
@@ -76,6 +79,7 @@ class Grader:
             database=None,
             print_blob=False,
             report_multiple_bugs=False,
+            phases=FIND_ONLY if self.config.getoption("no_shrink") else tuple(Phase),
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         )
         hypothesis.settings.load_profile("conformance")
@@ -234,5 +238,5 @@ def _do_not_shrink(item: pytest.Item) -> None:
     settings = getattr(function, "_hypothesis_internal_use_settings", None)
     if settings is not None:
         function._hypothesis_internal_use_settings = hypothesis.settings(  # type: ignore[union-attr]
-            settings, phases=[Phase.explicit, Phase.generate]
+            settings, phases=FIND_ONLY
         )

@@ -31,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--expectations", default="auto", metavar="auto|none|FILE")
     group.addoption("--device", default="cpu", choices=("cpu", "cuda"))
     group.addoption(
+        "--no-shrink", action="store_true", help="do not look for the smallest failing example"
+    )
+    group.addoption(
         "--conformance-plan", metavar="FILE", help="written by the runner: what was probed"
     )
 

@@ -1,0 +1,148 @@
+"""The rules that make the catalogue a proof, and the clause × mutant matrix.
+
+- The unpatched reference passes every clause that a mutant names (else a kill shows nothing).
+- Each mutant is killed by each clause that it names.
+- Every MUST clause testable on CPU is named by at least one mutant.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from conformance.mutants.catalogue import Mutant, bites
+from conformance.mutants.engine import Job, Outcome, run_jobs
+from conformance.specification import Specification
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Outcome of a run of the catalogue. ``outcomes`` are in the order of ``mutants``."""
+
+    mutants: tuple[Mutant, ...]
+    outcomes: tuple[Outcome, ...]
+    baseline: Outcome
+    budget: str
+    seed: int
+    seconds: float
+
+    @property
+    def survivors(self) -> list[tuple[Mutant, list[str], str]]:
+        """Mutants that a clause they name did not catch, with these clauses and what happened."""
+        found = []
+        for mutant, outcome in zip(self.mutants, self.outcomes, strict=True):
+            missed = [clause for clause in mutant.clauses if clause not in outcome.killers]
+            if missed:
+                happened = outcome.problem or ", ".join(
+                    f"{clause}: {outcome.verdicts.get(clause, 'not run')} "
+                    f"{outcome.messages.get(clause, '')}".strip()
+                    for clause in missed
+                )
+                found.append((mutant, missed, happened))
+        return found
+
+    @property
+    def killed(self) -> int:
+        """Number of mutants caught by every clause that they name."""
+        return len(self.mutants) - len(self.survivors)
+
+    @property
+    def unsound(self) -> dict[str, str]:
+        """Clauses that the unpatched reference does not pass, with the message."""
+        found = {
+            clause: f"{verdict}: {self.baseline.messages.get(clause, '')}"
+            for clause, verdict in self.baseline.verdicts.items()
+            if verdict != "pass"
+        }
+        if self.baseline.problem:
+            found["(baseline)"] = self.baseline.problem
+        return found
+
+
+def prove(
+    mutants: Sequence[Mutant],
+    *,
+    budget: str,
+    seed: int,
+    workers: int,
+    seen: Callable[[Outcome], None] | None = None,
+) -> Proof:
+    """Run the baseline and every mutant on the clauses that it names."""
+    began = time.monotonic()
+    named = tuple(sorted(bites(mutants)))
+    jobs = [Job(None, named), *(Job(mutant, mutant.clauses) for mutant in mutants)]
+    outcomes = run_jobs(
+        jobs, budget=budget, seed=seed, workers=workers, seen=seen, time_limit=600.0
+    )
+    return Proof(
+        tuple(mutants), tuple(outcomes[1:]), outcomes[0], budget, seed,
+        round(time.monotonic() - began, 1),
+    )  # fmt: skip
+
+
+def toothless(specification: Specification, mutants: Sequence[Mutant]) -> list[str]:
+    """MUST clauses testable on CPU that no mutant names."""
+    named = bites(mutants)
+    return [
+        clause.id
+        for clause in specification.clauses
+        if clause.level == "MUST"
+        and clause.testable == "cpu"
+        and clause.retired is None
+        and clause.id not in named
+    ]
+
+
+def as_document(proof: Proof) -> dict[str, Any]:
+    """The proof as plain data, for ``mutants.json``."""
+    return {
+        "budget": proof.budget,
+        "seed": proof.seed,
+        "seconds": proof.seconds,
+        "killed": proof.killed,
+        "survived": len(proof.survivors),
+        "mutants": [
+            {
+                "name": mutant.name,
+                "what": mutant.what,
+                "imitates": mutant.imitates,
+                "clauses": list(mutant.clauses),
+                "killers": sorted(outcome.killers),
+                "verdicts": dict(sorted(outcome.verdicts.items())),
+                "problem": outcome.problem,
+                "seconds": outcome.seconds,
+            }
+            for mutant, outcome in zip(proof.mutants, proof.outcomes, strict=True)
+        ],
+    }
+
+
+def as_markdown(proof: Proof, specification: Specification) -> str:
+    """The matrix: one row per clause with the mutants that it caught and missed."""
+    caught: dict[str, list[str]] = {}
+    missed: dict[str, list[str]] = {}
+    for mutant, outcome in zip(proof.mutants, proof.outcomes, strict=True):
+        for clause in mutant.clauses:
+            target = caught if clause in outcome.killers else missed
+            target.setdefault(clause, []).append(mutant.name)
+    lines = [
+        "# What the suite catches",
+        "",
+        f"{proof.killed} of {len(proof.mutants)} faulty variants of the reference killed, "
+        f"{len(proof.survivors)} survived, at the {proof.budget} budget, seed {proof.seed}. "
+        "Generated by `checkpoint-conformance mutants`.",
+        "",
+        "| clause | level | bites | caught | missed |",
+        "|---|---|---|---|---|",
+    ]
+    for clause in specification.clauses:
+        kills, misses = caught.get(clause.id, []), missed.get(clause.id, [])
+        lines.append(
+            f"| {clause.id} | {clause.level} | {len(kills)} | {', '.join(kills)} "
+            f"| {', '.join(misses)} |"
+        )
+    lines += ["", "## The faulty variants", "", "| name | what is wrong | imitates |", "|---|---|---|"]
+    lines += [f"| {m.name} | {m.what} | {m.imitates or ''} |" for m in proof.mutants]
+    return "\n".join(lines) + "\n"
