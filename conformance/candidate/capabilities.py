@@ -28,4 +28,5 @@ class Capabilities:
         return self.variants.get(variant)
 
     def as_dict(self) -> dict[str, Any]:
+        """As plain data; ``Capabilities(**data)`` reads it back."""
         return asdict(self)

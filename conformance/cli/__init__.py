@@ -9,6 +9,7 @@ import click
 
 from conformance import __version__
 from conformance.cli.clauses import clauses, show
+from conformance.cli.merge import merge
 from conformance.cli.mutants import mutants
 from conformance.cli.run import run, smoke
 from conformance.errors import EXIT_SUITE_FAILED, ConformanceError
@@ -46,7 +47,7 @@ def cli(debug: bool) -> None:
     """Grade implementations of activation checkpointing against the specification."""
 
 
-for command in (run, smoke, clauses, show, mutants):
+for command in (run, smoke, clauses, show, mutants, merge):
     cli.add_command(command)
 
 

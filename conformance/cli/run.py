@@ -10,8 +10,9 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from conformance.errors import UsageError
 from conformance.report.terminal import print_summary
-from conformance.runner import Settings, describe_candidate, run_candidate
+from conformance.runner import Settings, describe_candidate, resume_run, run_candidate
 from conformance.runner.progress import Progress
 from conformance.specification import DEFAULT_EDITION, EDITIONS, LEVELS
 
@@ -33,12 +34,24 @@ class _Workers(click.ParamType):
         return number
 
 
+class _Shard(click.ParamType):
+    name = "I/N"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        found = re.fullmatch(r"(\d+)/(\d+)", str(value))
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            self.fail("must be I/N with 1 <= I <= N, such as 2/4", param, ctx)
+        return int(found[1]), int(found[2])
+
+
 def _slug(spelling: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", spelling).strip("-.") or "candidate"
 
 
 @click.command()
-@click.argument("candidate", nargs=-1, required=True)
+@click.argument("candidate", nargs=-1)
 @click.option("--edition", type=click.Choice(EDITIONS), default=DEFAULT_EDITION, show_default=True)
 @click.option(
     "--budget",
@@ -72,6 +85,19 @@ def _slug(spelling: str) -> str:
     show_default=True,
     help="Seconds for one test.",
 )
+@click.option(
+    "--memory-limit",
+    type=click.IntRange(min=64),
+    metavar="MIB",
+    help="How much one worker may grow once its tests begin.",
+)
+@click.option("--shard", type=_Shard(), help="Grade the I-th of N parts; see merge.")
+@click.option(
+    "--resume",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Finish the run in DIR with its own settings; takes no CANDIDATE.",
+)
 @click.option("--fail-fast", is_flag=True, help="Stop at the first failure.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option(
@@ -94,6 +120,9 @@ def run(
     seed: int,
     workers: int,
     time_limit: float,
+    memory_limit: int | None,
+    shard: tuple[int, int] | None,
+    resume: Path | None,
     fail_fast: bool,
     device: str,
     out: Path,
@@ -103,6 +132,14 @@ def run(
     CANDIDATE is a module name, a path to a Python file, or either followed by :ATTRIBUTE.
     """
     console = Console(highlight=False)
+    if resume is not None:
+        if candidate:
+            raise UsageError("--resume takes no candidate: the run in DIR has one")
+        ended = resume_run(resume, Progress(console))
+        print_summary(ended.document, ended.directory, console)
+        ctx.exit(ended.exit_code)
+    if not candidate:
+        raise UsageError("name at least one candidate, such as torch.utils.checkpoint")
     worst = 0
     for spelling in candidate:
         settings = Settings(
@@ -116,6 +153,8 @@ def run(
             seed=seed,
             workers=workers,
             time_limit=time_limit,
+            memory_limit=memory_limit,
+            shard=shard,
             fail_fast=fail_fast,
             device=device,
         )

@@ -32,7 +32,7 @@ def apply_patch(mutant: str, patch: Patch, source: str) -> str:
     """``source`` with the patch applied. Raises PatchDoesNotApply."""
     times = source.count(patch.find)
     if times != 1:
-        raise PatchDoesNotApply(f"{mutant}: its text occurs {times} times in {patch.file}, not once")
+        raise PatchDoesNotApply(f"{mutant}: its text is {times} times in {patch.file}, not once")
     return source.replace(patch.find, patch.replace)
 
 

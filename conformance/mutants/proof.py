@@ -124,9 +124,9 @@ def as_markdown(proof: Proof, specification: Specification) -> str:
     caught: dict[str, list[str]] = {}
     missed: dict[str, list[str]] = {}
     for mutant, outcome in zip(proof.mutants, proof.outcomes, strict=True):
-        for clause in mutant.clauses:
-            target = caught if clause in outcome.killers else missed
-            target.setdefault(clause, []).append(mutant.name)
+        for name in mutant.clauses:
+            target = caught if name in outcome.killers else missed
+            target.setdefault(name, []).append(mutant.name)
     lines = [
         "# What the suite catches",
         "",
@@ -143,6 +143,12 @@ def as_markdown(proof: Proof, specification: Specification) -> str:
             f"| {clause.id} | {clause.level} | {len(kills)} | {', '.join(kills)} "
             f"| {', '.join(misses)} |"
         )
-    lines += ["", "## The faulty variants", "", "| name | what is wrong | imitates |", "|---|---|---|"]
+    lines += [
+        "",
+        "## The faulty variants",
+        "",
+        "| name | what is wrong | imitates |",
+        "|---|---|---|",
+    ]
     lines += [f"| {m.name} | {m.what} | {m.imitates or ''} |" for m in proof.mutants]
     return "\n".join(lines) + "\n"

@@ -130,7 +130,7 @@ class FakeTensorOnDevice(torch.Tensor):
         made._inner = inner
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"FakeTensorOnDevice(shape={tuple(self.shape)}, device={self.device})"
 
     @classmethod

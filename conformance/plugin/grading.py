@@ -7,8 +7,11 @@ runner's business.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
+import threading
 import traceback
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -26,6 +29,7 @@ from conformance.errors import ConformanceError
 from conformance.expectations import load_expectations
 from conformance.plugin.findings import PROPERTY, stable_name
 from conformance.plugin.isolation import Isolation, describe
+from conformance.plugin.limits import TimeLimit, TimeLimitReached, limit_memory
 from conformance.specification import Clause, load_specification
 from conformance.specification.select import select
 from conformance.testing import Inconclusive, variant_name
@@ -51,8 +55,16 @@ class Grader:
             self.capabilities = (
                 Capabilities(**plan["capabilities"]) if plan else probe(self.candidate)
             )
-            self.selected = select(
-                self.specification, config.getoption("clauses"), config.getoption("profiles")
+            self.selected = (
+                set(plan["clauses"])
+                if plan and "clauses" in plan
+                else set(
+                    select(
+                        self.specification,
+                        config.getoption("clauses"),
+                        config.getoption("profiles"),
+                    )
+                )
             )
             self.expected = load_expectations(
                 config.getoption("expectations"),
@@ -63,8 +75,16 @@ class Grader:
         except ConformanceError as problem:
             raise pytest.UsageError(str(problem)) from None
         self.edition: str = config.getoption("edition")
-        self.isolation = Isolation(int(config.getoption("hypothesis_seed", None) or 0))
+        self.isolation = Isolation(
+            int(config.getoption("hypothesis_seed", None) or 0),
+            silence=hasattr(config, "workerinput"),
+        )
         self._left: dict[str, list[str]] = {}
+        self._done = set(plan.get("done", ())) if plan else set()
+        self._watch: TimeLimit | None = None
+        if plan and "directory" in plan:
+            self._watch = TimeLimit(plan["time_limit"], Path(plan["directory"]))
+        self._memory_limit: int | None = plan.get("memory_limit") if plan else None
         self._use_hypothesis_settings()
         if hasattr(config, "workerinput"):
             # Ctrl-C reaches every process of the terminal; only the controller may act on it.
@@ -83,6 +103,13 @@ class Grader:
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         )
         hypothesis.settings.load_profile("conformance")
+
+    def pytest_unconfigure(self) -> None:
+        """A thread that a candidate left must not keep a worker alive for ever."""
+        if hasattr(self.config, "workerinput"):
+            timer = threading.Timer(1.0, os._exit, (0,))
+            timer.daemon = True
+            timer.start()
 
     # ------------------------------------------------------------------ selection
 
@@ -108,6 +135,8 @@ class Grader:
         return clause
 
     def _graded(self, clause: Clause, item: pytest.Item) -> bool:
+        if stable_name(item.nodeid) in self._done:
+            return False
         if clause.id not in self.selected or not clause.applies_to(self.edition):
             return False
         if clause.testable != "cpu" and clause.testable != self.config.getoption("device"):
@@ -128,11 +157,16 @@ class Grader:
         if any(record.clause == clause.id for record in self.expected):
             _do_not_shrink(item)
         left = self._left[item.nodeid] = []
-        with self.isolation.around(stable_name(item.nodeid), left):
+        if self._memory_limit is not None:
+            limit_memory(self._memory_limit)
+            self._memory_limit = None  # it holds for the process from now on
+        name = stable_name(item.nodeid)
+        watched = self._watch.around(name) if self._watch else contextlib.nullcontext()
+        with watched, self.isolation.around(name, left):
             try:
                 return (yield)
-            except (KeyboardInterrupt, SystemExit, GeneratorExit) as raised:
-                # These would end the session; here they are only what the candidate raised.
+            except (KeyboardInterrupt, SystemExit, GeneratorExit, TimeLimitReached) as raised:
+                # These would end the session; here they are only what became of one test.
                 raise CandidateRaised(raised) from raised
 
     @pytest.hookimpl(wrapper=True)
@@ -199,8 +233,8 @@ def _judge(call: pytest.CallInfo[None], minimum: int) -> tuple[str, str, bool, s
         return "inconclusive", message, False, name
     if call.when == "setup" or isinstance(raised, HypothesisException):
         return "error", message, False, name
-    if isinstance(raised, pytest.fail.Exception) and message.startswith("Timeout"):
-        return "timeout", message, False, name
+    if isinstance(raised, TimeLimitReached):
+        return "timeout", str(raised), False, name
     silent = isinstance(raised, (AssertionError, pytest.fail.Exception))
     return "fail", message, silent, name
 

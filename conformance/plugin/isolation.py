@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from conformance.observe.ambient import AmbientState
+from conformance.plugin.leftovers import Leftovers
 
 _MAX_LEFT = 64  # More contexts than this are never left open by one test.
 
@@ -23,27 +24,26 @@ _MAX_LEFT = 64  # More contexts than this are never left open by one test.
 class Isolation:
     """Remembers the process as it was before the first test."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, silence: bool) -> None:
         self.seed = seed
+        self.silence = silence
         self.threads = torch.get_num_threads()
         self.directory = os.getcwd()
-        self.streams = (sys.stdin, sys.stdout, sys.stderr)
-        self.filters = list(warnings.filters)
+        self.leftovers = Leftovers()
 
     @contextlib.contextmanager
     def around(self, name: str, left: list[str]) -> Iterator[None]:
         """Run one test in the known state; append to ``left`` what it left behind."""
-        streams = (sys.stdin, sys.stdout, sys.stderr)
         self._seed(name)
         before = AmbientState.capture()
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _streams(self.silence):
             try:
                 yield
             finally:
                 after = AmbientState.capture()
                 left.extend(sorted(before.difference(after, ignore=("rng", "python_rng"))))
                 self._reset(before)
-                sys.stdin, sys.stdout, sys.stderr = streams
+                left.extend(self.leftovers.undo())
 
     def _seed(self, name: str) -> None:
         # A seed of its own for each test: its verdict cannot depend on the tests before it.
@@ -80,6 +80,36 @@ class Isolation:
         gc.enable()
 
 
+@contextlib.contextmanager
+def _streams(silence: bool) -> Iterator[None]:
+    """Put back the standard streams, whatever is closed or replaced meanwhile.
+
+    With ``silence`` the block has streams of its own that go nowhere, down to the file
+    descriptors, so that closing them harms nobody.
+    """
+    kept = sys.stdout, sys.stderr
+    if not silence:
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = kept
+        return
+    saved = os.dup(1), os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+    with open(os.devnull, "w") as out, open(os.devnull, "w") as err:
+        sys.stdout, sys.stderr = out, err
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = kept
+            for descriptor, original in enumerate(saved, 1):
+                os.dup2(original, descriptor)
+                os.close(original)
+
+
 def describe(left: list[str]) -> str:
-    """One phrase for a report, such as ``left autocast, grad_enabled changed``."""
-    return f"left {', '.join(left)} changed" if left else ""
+    """One phrase for a report, such as ``left behind: autocast, grad_enabled``."""
+    return f"left behind: {', '.join(left)}" if left else ""

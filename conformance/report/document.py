@@ -13,8 +13,8 @@ from typing import Any
 
 import fastjsonschema
 
+from conformance._files import write_atomically
 from conformance.errors import ConformanceError, UsageError
-from conformance.runner.store import write_atomically
 
 SCHEMA_VERSION = 1
 FILE = "report.json"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from conformance.plugin.findings import PROPERTY, stable_name
+from conformance.plugin.limits import HANG_PREFIX
 from conformance.runner.progress import Progress
 from conformance.runner.store import ResultStore
 from conformance.specification.tests_index import EXAMPLES_FILE, index_tests
@@ -17,8 +18,17 @@ from conformance.specification.tests_index import EXAMPLES_FILE, index_tests
 class Collector:
     """Findings by clause, in the order in which they came; each is stored at once."""
 
-    def __init__(self, store: ResultStore, progress: Progress, directory: Path) -> None:
+    def __init__(
+        self,
+        store: ResultStore,
+        progress: Progress,
+        directory: Path,
+        earlier: list[dict[str, Any]],
+    ) -> None:
+        self.earlier = earlier
         self.findings: dict[str, list[dict[str, Any]]] = {}
+        for finding in earlier:
+            self.findings.setdefault(finding["clause"], []).append(finding)
         self.problems: list[str] = []
         self._store = store
         self._progress = progress
@@ -45,17 +55,30 @@ class Collector:
             self._add(self._crash(report))
 
     def _crash(self, report: pytest.TestReport) -> dict[str, Any]:
+        test = stable_name(report.nodeid)
+        hung = self._hung(test)
         return {
             "clause": self._clause(report.nodeid),
-            "test": stable_name(report.nodeid),
-            "verdict": "crash",
-            "message": "the process died while this test ran",
+            "test": test,
+            "verdict": "timeout" if hung else "crash",
+            "message": "hung where nothing could interrupt it, the process was ended"
+            if hung
+            else "the process died while this test ran",
             "silent": False,
             "exception": None,
             "examples": 0,
             "seconds": round(getattr(report, "duration", 0.0), 4),
             "details": str(report.longrepr)[:2000],
         }
+
+    def _hung(self, test: str) -> bool:
+        """Whether the watch ended the process: it leaves the test's name and a traceback."""
+        for path in self._directory.glob(f"{HANG_PREFIX}*.txt"):
+            name, _, traceback = path.read_text(encoding="utf-8", errors="replace").partition("\n")
+            if name == test:
+                path.unlink()
+                return bool(traceback.strip())
+        return False
 
     def _clause(self, nodeid: str) -> str:
         file, _, name = nodeid.rpartition("/")[2].partition("::")

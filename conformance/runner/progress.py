@@ -64,7 +64,7 @@ class Progress:
                 highlight=False,
             )
 
-    def finish(self, verdict: str) -> None:
+    def finish(self) -> None:
         """End the display; what remains on the screen is the summary that follows."""
         if self._bar is not None:
             self._bar.stop()

@@ -19,42 +19,27 @@ import pytest
 from filelock import FileLock, Timeout
 
 from conformance import __version__
+from conformance._files import write_atomically
 from conformance.candidate import Capabilities
 from conformance.errors import ConformanceError, UsageError
 from conformance.expectations import Expectation, load_expectations
+from conformance.plugin.limits import HANG_PREFIX
 from conformance.report.document import SCHEMA_VERSION, write_report
 from conformance.report.junit import render_junit
 from conformance.report.markdown import render_markdown
 from conformance.runner.collector import Collector
 from conformance.runner.describe import describe_candidate
 from conformance.runner.progress import Progress
-from conformance.runner.store import ResultStore, write_atomically
+from conformance.runner.settings import Settings, load_header, save_header
+from conformance.runner.sharding import shard_of
+from conformance.runner.store import ResultStore, read_findings
 from conformance.runner.verdicts import clause_result, conclude, summarise
 from conformance.specification import Clause, Specification, load_specification
-from conformance.specification.model import edition_index
 from conformance.specification.select import select
 from conformance.specification.tests_index import tests_dir
 
-_PLUGINS = ("xdist.plugin", "xdist.looponfail", "pytest_timeout", "_hypothesis_pytestplugin")
+_PLUGINS = ("xdist.plugin", "xdist.looponfail", "_hypothesis_pytestplugin")
 EXIT_INTERRUPTED = 130
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a user chose for a run. ``time_limit`` is in seconds, for one test."""
-
-    edition: str
-    budget: str
-    out: Path
-    clauses: tuple[str, ...] = ()
-    profiles: tuple[str, ...] = ()
-    level: str = "must"
-    expectations: str = "auto"
-    seed: int = 0
-    workers: int = 2
-    time_limit: float = 60.0
-    fail_fast: bool = False
-    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -72,38 +57,69 @@ def run_candidate(spelling: str, settings: Settings, progress: Progress) -> Ende
     Raises ConformanceError for wrong usage or a candidate that cannot be loaded; what the
     candidate does while it is graded never raises.
     """
-    edition_index(settings.edition)
     specification = load_specification()
-    chosen = select(specification, settings.clauses, settings.profiles)
+    select(specification, settings.clauses, settings.profiles)
     _check_expectations(settings, spelling, specification)
     with _writable(settings.out) as directory:
         progress.say(f"loading {spelling}")
         described = describe_candidate(spelling)
-        expected = load_expectations(
-            settings.expectations,
-            described["name"],
-            described["version"],
-            known=specification.by_id,
-        )
         started = _now()
-        store = ResultStore(directory)
-        try:
-            collector = Collector(store, progress, directory)
-            ended = _run_tests(spelling, settings, described, directory, collector)
-        finally:
-            store.close()
-        document = _document(
-            described, settings, specification, chosen, expected, collector, started, ended == 0
-        )
-        write_report(document, directory)
-        write_atomically(directory / "report.md", render_markdown(document, specification))
-        write_atomically(directory / "junit.xml", render_junit(document))
-        (directory / "plan.json").unlink(missing_ok=True)
-    verdict = document["summary"]["verdict"]
+        save_header(directory, settings, described, started, specification.digest)
+        return _grade(settings, described, started, specification, directory, progress, [])
+
+
+def resume_run(out: Path, progress: Progress) -> Ended:
+    """Run what the run in ``out`` had not yet run, with its settings, and finish its report.
+
+    Raises UsageError where there is no run, or the specification has changed since.
+    """
+    settings, described, started, digest = load_header(out)
+    specification = load_specification()
+    if digest != specification.digest:
+        raise UsageError(f"{out}: the specification has changed since this run began")
+    with _writable(out) as directory:
+        earlier = read_findings(directory)
+        progress.say(f"resuming {described['name']}: {len(earlier)} tests are done")
+        return _grade(settings, described, started, specification, directory, progress, earlier)
+
+
+def _grade(
+    settings: Settings,
+    described: dict[str, Any],
+    started: str,
+    specification: Specification,
+    directory: Path,
+    progress: Progress,
+    earlier: list[dict[str, Any]],
+) -> Ended:
+    chosen = select(specification, settings.clauses, settings.profiles)
+    if settings.shard is not None:
+        mine = shard_of(list(chosen.values()), *settings.shard)
+        chosen = {clause.id: clause for clause in mine}
+    expected = load_expectations(
+        settings.expectations,
+        described["name"],
+        described["version"],
+        known=specification.by_id,
+    )
+    store = ResultStore(directory, earlier)
+    try:
+        collector = Collector(store, progress, directory, earlier)
+        ended = _run_tests(settings, described, list(chosen), directory, collector)
+    finally:
+        store.close()
+    document = _document(
+        described, settings, specification, chosen, expected, collector, started, ended == 0
+    )
+    write_report(document, directory)
+    write_atomically(directory / "report.md", render_markdown(document, specification))
+    write_atomically(directory / "junit.xml", render_junit(document))
+    for leftover in (directory / "plan.json", *directory.glob(f"{HANG_PREFIX}*.txt")):
+        leftover.unlink(missing_ok=True)
     exit_code = document["summary"]["exit_code"]
     if ended == EXIT_INTERRUPTED:
         exit_code = EXIT_INTERRUPTED
-    progress.finish(verdict)
+    progress.finish()
     return Ended(document, exit_code, directory)
 
 
@@ -134,15 +150,27 @@ def _writable(out: Path) -> Iterator[Path]:
 
 
 def _run_tests(
-    spelling: str,
     settings: Settings,
     described: dict[str, Any],
+    clauses: list[str],
     directory: Path,
     collector: Collector,
 ) -> int:
     """0 where every selected test was run, EXIT_INTERRUPTED after Ctrl-C, 1 where cut short."""
     plan = directory / "plan.json"
-    plan.write_text(json.dumps({"capabilities": described["capabilities"]}), encoding="utf-8")
+    plan.write_text(
+        json.dumps(
+            {
+                "capabilities": described["capabilities"],
+                "clauses": clauses,
+                "done": [finding["test"] for finding in collector.earlier],
+                "directory": str(directory.resolve()),
+                "time_limit": settings.time_limit,
+                "memory_limit": settings.memory_limit,
+            }
+        ),
+        encoding="utf-8",
+    )
     tests = tests_dir()
     arguments = [
         str(tests),
@@ -150,10 +178,9 @@ def _run_tests(
         "--rootdir", str(tests),
         "-n", str(settings.workers),
         "--dist", "worksteal",
-        "--timeout", str(settings.time_limit),
-        "--timeout-method", "signal",
         "-p", "no:terminal",
-        "--candidate", spelling,
+        "-s",  # workers silence each test themselves, in a way that no candidate can undo
+        "--candidate", described["name"],
         "--edition", settings.edition,
         "--budget", settings.budget,
         "--expectations", settings.expectations,
@@ -163,10 +190,6 @@ def _run_tests(
     ]  # fmt: skip
     for name in (*_PLUGINS, "conformance.plugin.options"):
         arguments += ["-p", name]
-    for pattern in settings.clauses:
-        arguments += ["--clauses", pattern]
-    for profile in settings.profiles:
-        arguments += ["--profiles", profile]
     if settings.fail_fast:
         arguments.append("-x")
     with _environment(settings), contextlib.redirect_stderr(io.StringIO()) as noise:
@@ -245,7 +268,7 @@ def _document(
             "budget": settings.budget,
             "seed": settings.seed,
             "workers": settings.workers,
-            "shard": None,
+            "shard": None if settings.shard is None else "{}/{}".format(*settings.shard),
             "level": settings.level,
             "expectations": settings.expectations,
             "clauses": list(settings.clauses),

@@ -1,1 +1,1 @@
-"""The suite's tests of itself: small candidates with known faults, and what must be said of them."""
+"""The suite's tests of itself: candidates with known faults, and their verdicts."""

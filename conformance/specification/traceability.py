@@ -64,9 +64,7 @@ def render(specification: Specification, cases: list[TestCase]) -> str:
         clauses = ", ".join(_link(clause) for clause in by_source[paragraph.id])
         if not paragraph.normative:
             clauses = f"not normative: {paragraph.reason}"
-        lines.append(
-            f"| {paragraph.id} | {paragraph.document} | {paragraph.place} | {clauses} |"
-        )
+        lines.append(f"| {paragraph.id} | {paragraph.document} | {paragraph.place} | {clauses} |")
     lines += [
         "",
         "## From the clauses to the tests",

@@ -1,12 +1,12 @@
 """All public names of torch's own implementation, for adapters that change one thing of it."""
 
 from torch.utils.checkpoint import (  # noqa: F401
+    SAC_IGNORED_OPS,
     CheckpointError,
     CheckpointFunction,
     CheckpointPolicy,
     DefaultDeviceType,
     GraphExecGroup,
-    SAC_IGNORED_OPS,
     SelectiveCheckpointContext,
     check_backward_validity,
     checkpoint,

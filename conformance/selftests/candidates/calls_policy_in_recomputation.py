@@ -1,6 +1,5 @@
 """Asks the policy again, with ``is_recompute=True``, whenever a region is recomputed."""
 
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.selftests.candidates import _torch
