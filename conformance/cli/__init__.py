@@ -9,6 +9,7 @@ import click
 
 from conformance import __version__
 from conformance.cli.clauses import clauses, show
+from conformance.cli.compare import compare
 from conformance.cli.merge import merge
 from conformance.cli.mutants import mutants
 from conformance.cli.run import run, smoke
@@ -47,7 +48,7 @@ def cli(debug: bool) -> None:
     """Grade implementations of activation checkpointing against the specification."""
 
 
-for command in (run, smoke, clauses, show, mutants, merge):
+for command in (run, smoke, clauses, show, compare, merge, mutants):
     cli.add_command(command)
 
 

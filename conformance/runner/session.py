@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock, Timeout
+from xdist.workermanage import NodeManager
 
 from conformance import __version__
 from conformance._files import write_atomically
@@ -192,6 +193,8 @@ def _run_tests(
         arguments += ["-p", name]
     if settings.fail_fast:
         arguments.append("-x")
+    # How long xdist waits for its workers at the end, also after Ctrl-C, before it kills them.
+    NodeManager.EXIT_TIMEOUT = 1
     with _environment(settings), contextlib.redirect_stderr(io.StringIO()) as noise:
         code = pytest.main(arguments, plugins=[collector])
     if code == pytest.ExitCode.INTERRUPTED:
