@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,58 +63,86 @@ class FakeAccelerator:
         return self.current if found is None else found
 
 
-def _module(accelerator: FakeAccelerator) -> types.ModuleType:
-    """What ``torch.<type>`` is for a device backend: what device-generic code calls."""
+class _DeviceModule(types.ModuleType):
+    """What ``torch.<type>`` is for a device backend: what device-generic code calls.
+
+    One object per device type for the life of the process, because torch and others remember the
+    module that they once found under a name; ``accelerator`` is the one installed at the moment.
+    """
+
+    accelerator: FakeAccelerator
+
+    @property
+    def _initialized(self) -> bool:
+        return self.accelerator.initialized
 
     @contextlib.contextmanager
-    def device(wanted: Any) -> Iterator[None]:
+    def device(self, wanted: Any) -> Iterator[None]:
+        """Make ``wanted`` the current device for the block."""
+        accelerator = self.accelerator
         before, accelerator.current = accelerator.current, accelerator.index(wanted)
         try:
             yield
         finally:
             accelerator.current = before
 
-    def set_device(wanted: Any) -> None:
-        accelerator.current = accelerator.index(wanted)
+    def set_device(self, wanted: Any) -> None:
+        """Make ``wanted`` the current device."""
+        self.accelerator.current = self.accelerator.index(wanted)
 
-    def get_rng_state(wanted: Any = None) -> torch.Tensor:
-        index = accelerator.index(wanted)
-        accelerator.log.append(("get", index))
-        return accelerator.state[index].clone()
+    def current_device(self) -> int:
+        """Index of the current device."""
+        return self.accelerator.current
 
-    def set_rng_state(state: torch.Tensor, wanted: Any = None) -> None:
-        index = accelerator.index(wanted)
-        accelerator.log.append(("set", index))
-        accelerator.state[index] = state.clone()
+    def device_count(self) -> int:
+        """Number of devices."""
+        return self.accelerator.count
 
-    def get_rng_state_all() -> list[torch.Tensor]:
-        return [get_rng_state(index) for index in range(accelerator.count)]
+    def is_available(self) -> bool:
+        """There is a device."""
+        return True
 
-    def set_rng_state_all(states: Sequence[torch.Tensor]) -> None:
+    def is_initialized(self) -> bool:
+        """Whether the backend has been initialised."""
+        return self.accelerator.initialized
+
+    def init(self) -> None:
+        """Initialise the backend."""
+        self.accelerator.initialized = True
+
+    def synchronize(self, wanted: Any = None) -> None:
+        """Every call has finished when it returns."""
+
+    def get_rng_state(self, wanted: Any = None) -> torch.Tensor:
+        """The state of one device's generator."""
+        index = self.accelerator.index(wanted)
+        self.accelerator.log.append(("get", index))
+        return self.accelerator.state[index].clone()
+
+    def set_rng_state(self, state: torch.Tensor, wanted: Any = None) -> None:
+        """Set the state of one device's generator."""
+        index = self.accelerator.index(wanted)
+        self.accelerator.log.append(("set", index))
+        self.accelerator.state[index] = state.clone()
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        """The states of all generators."""
+        return [self.get_rng_state(index) for index in range(self.accelerator.count)]
+
+    def set_rng_state_all(self, states: Sequence[torch.Tensor]) -> None:
+        """Set the states of all generators."""
         for index, state in enumerate(states):
-            set_rng_state(state, index)
+            self.set_rng_state(state, index)
 
-    functions: dict[str, Callable[..., Any]] = {
-        "device": device,
-        "set_device": set_device,
-        "current_device": lambda: accelerator.current,
-        "device_count": lambda: accelerator.count,
-        "is_available": lambda: True,
-        "is_initialized": lambda: accelerator.initialized,
-        "init": lambda: None,
-        "synchronize": lambda wanted=None: None,
-        "get_rng_state": get_rng_state,
-        "set_rng_state": set_rng_state,
-        "get_rng_state_all": get_rng_state_all,
-        "set_rng_state_all": set_rng_state_all,
-        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
-        "_is_in_bad_fork": lambda: False,
-    }
-    module = types.ModuleType(f"torch.{accelerator.type}")
-    module._initialized = accelerator.initialized  # type: ignore[attr-defined]
-    for name, function in functions.items():
-        setattr(module, name, function)
-    return module
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """The dtypes of autocast."""
+        return [torch.float16, torch.bfloat16]
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+
+_modules: dict[str, _DeviceModule] = {}
 
 
 class FakeTensorOnDevice(torch.Tensor):
@@ -168,7 +196,9 @@ def fake_accelerator(candidate: Any = None, *, count: int = 2) -> Iterator[FakeA
     )
     before = default.get_device_type() if default is not None else None
     accelerator = FakeAccelerator(name, count)
-    setattr(torch, name, _module(accelerator))
+    module = _modules.setdefault(name, _DeviceModule(f"torch.{name}"))
+    module.accelerator = accelerator
+    setattr(torch, name, module)
     try:
         yield accelerator
     finally:
