@@ -30,6 +30,17 @@ class Block:
     body: tuple[Any, ...]
 
 
+def both_ways(*, raises: bool) -> tuple[Call | Block, ...]:
+    """A fixed program in which each setting is nested in the other one and left again, so that a
+    setting that outlives its block, or is undone too far, shows at the next call."""
+
+    def block(outer: bool) -> Block:
+        inner = Block(not outer, raises, (Call(outer),))
+        return Block(outer, raises, (Call(not outer), inner, Call(not outer), Call(None)))
+
+    return (block(False), Call(None), Call(True), block(True), Call(None), Call(False))
+
+
 class _Left(Exception):
     """Leaves a block."""
 

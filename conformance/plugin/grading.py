@@ -149,7 +149,8 @@ class Grader:
 
     # ------------------------------------------------------------------ running
 
-    @pytest.hookimpl(wrapper=True)
+    # Inside pytest's own wrappers, so that the log handlers that these add can be taken away.
+    @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         """Run each test in the known state, and let nothing that it raises end the session."""
         evidence.current.reset()

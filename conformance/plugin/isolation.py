@@ -17,6 +17,7 @@ import torch
 
 from conformance.observe.ambient import AmbientState
 from conformance.plugin.leftovers import Leftovers
+from conformance.plugin.loggers import quiet_loggers
 
 _MAX_LEFT = 64  # More contexts than this are never left open by one test.
 
@@ -36,7 +37,7 @@ class Isolation:
         """Run one test in the known state; append to ``left`` what it left behind."""
         self._seed(name)
         before = AmbientState.capture()
-        with warnings.catch_warnings(), _streams(self.silence):
+        with warnings.catch_warnings(), _streams(self.silence), quiet_loggers():
             try:
                 yield
             finally:

@@ -29,6 +29,7 @@ class Collector:
         self.findings: dict[str, list[dict[str, Any]]] = {}
         for finding in earlier:
             self.findings.setdefault(finding["clause"], []).append(finding)
+        self.collected = False
         self.problems: list[str] = []
         self._store = store
         self._progress = progress
@@ -37,7 +38,13 @@ class Collector:
 
     def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
         """A worker has collected its tests; every worker collects the same ones."""
+        self.collected = True
         self._progress.expect(len(ids))
+
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """A worker that is gone before it has collected anything is the suite's fault."""
+        if error and not self.collected:
+            self.problems.append(" ".join(str(error).split())[-400:])
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A test file that cannot be imported is the suite's fault."""

@@ -755,7 +755,8 @@ def _assert_keyword_arrives(wrap: Wrap, name: str) -> None:
 
     def function(t: torch.Tensor, /, **received: Any) -> torch.Tensor:
         runs.append(received)
-        return (t * received[name]).sin().exp()
+        result: torch.Tensor = (t * received[name]).sin().exp()
+        return result
 
     gain = torch.full((2,), 0.5, requires_grad=True)
     result = wrap(function, torch.ones(2, requires_grad=True), **{name: gain})
@@ -1696,9 +1697,10 @@ def test_one_decorator_wraps_many_functions(
     def make(factor: int) -> Region:
         return lambda t: (t * factor).sin().exp()
 
-    wrapped = [(factor, decorator(make(factor))) for factor in factors]
+    regions = {factor: Recorder(make(factor)) for factor in factors}
+    wrapped = {factor: decorator(region) for factor, region in regions.items()}
     x = torch.full((2,), 0.25, requires_grad=True)
-    results = {factor: function(x) for factor, function in wrapped}
+    results = {factor: function(x) for factor, function in wrapped.items()}
     reached()
     for factor in reversed(factors) if backwards else factors:
         plain = (x * factor).sin().exp()
@@ -1707,6 +1709,8 @@ def test_one_decorator_wraps_many_functions(
         results[factor].sum().backward()
         (expected,) = torch.autograd.grad(plain.sum(), x)
         assert_same(x.grad, expected, f"gradient of function {factor}")
+        runs = regions[factor].count
+        assert runs == 2, f"function {factor}: expected one recomputation, observed {runs - 1}"
 
 
 @clause("decorator/any-callable")

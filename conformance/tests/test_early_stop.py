@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conformance.candidate import Candidate
 from conformance.observe import AmbientState, Recorder, assert_equivalent
-from conformance.observe.switches import Block, Call, run_switches, switch_programs
+from conformance.observe.switches import Block, Call, both_ways, run_switches, switch_programs
 from conformance.testing import clause, reached
 
 
@@ -508,6 +508,7 @@ def _follow(ckpt: Candidate, program: tuple[Call | Block, ...]) -> None:
 
 @clause("early-stop/context-nests")
 @given(program=switch_programs([True, False], raises=False))
+@example(program=both_ways(raises=False))
 def test_innermost_context_counts(ckpt: Candidate, program: tuple[Call | Block, ...]) -> None:
     """Does the innermost of nested context managers count, and does leaving one bring back what
     was in force before it?"""
@@ -516,6 +517,7 @@ def test_innermost_context_counts(ckpt: Candidate, program: tuple[Call | Block, 
 
 @clause("early-stop/context-after-exception")
 @given(program=switch_programs([True, False], raises=True))
+@example(program=both_ways(raises=True))
 def test_exception_leaves_contexts_in_order(
     ckpt: Candidate, program: tuple[Call | Block, ...]
 ) -> None:

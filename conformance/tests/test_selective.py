@@ -322,7 +322,8 @@ def test_managers_are_inactive_outside_the_function(
             note("formula before reading")
             (t,) = ctx.saved_tensors
             note("formula after reading")
-            return gradient * 2 + 0 * t
+            result: Tensor = gradient * 2 + 0 * t
+            return result
 
     x = matrix()
     x.register_hook(lambda gradient: note("tensor hook"))
@@ -1494,7 +1495,7 @@ def test_entry_without_overload_is_not_ignored(ckpt: Candidate, entry: str, posi
 
 
 @clause("selective/other-arguments")
-@pytest.mark.parametrize("argument", [None, 5, 2.5, "aten::mm", object()], ids=repr)
+@pytest.mark.parametrize("argument", [None, 5, 2.5, "aten::mm", object()], ids=["none", "int", "float", "str", "object"])
 def test_neither_callable_nor_list_is_refused(ckpt: Candidate, argument: Any) -> None:
     """Is anything that cannot name a policy refused?"""
     function = lambda t: (t @ t).tanh()

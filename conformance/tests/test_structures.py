@@ -487,6 +487,20 @@ def test_structures_pass_through(ckpt: Candidate, shape: Shape, out: Shape, besi
     compare(ckpt, program, use_reentrant=True)
 
 
+@clause("structures/reentrant-values")
+@pytest.mark.parametrize("maker", sorted(set(MAKERS) - {"tuple", "named-tuple"}))
+def test_structure_as_the_whole_result(ckpt: Candidate, maker: str) -> None:
+    """Does a structure that is the whole result come back in form?"""
+    (x,) = leaves(1)
+
+    def function(t: torch.Tensor) -> Any:
+        return MAKERS[maker](t.sin(), t.exp())
+
+    observed = region(ckpt, True)(function, x)
+    reached()
+    assert_same(form(observed), form(function(x)), "result")
+
+
 def _paths(outputs: list[torch.Tensor], tensor: torch.Tensor) -> bool:
     """Whether the graph behind ``outputs`` leads to ``tensor``."""
     if tensor.grad_fn is not None:
