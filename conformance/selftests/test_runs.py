@@ -48,8 +48,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def _start(out: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "conformance", "run", "torch.utils.checkpoint", *arguments]
-        + ["--out", str(out), "--workers", "1"],
+        [
+            sys.executable,
+            "-m",
+            "conformance",
+            "run",
+            "torch.utils.checkpoint",
+            *arguments,
+            "--out",
+            str(out),
+            "--workers",
+            "1",
+        ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1001,9 +1001,9 @@ def _no_log_capture() -> Iterator[None]:
 
 @clause("cost/debug-leaves-nothing")
 @pytest.mark.parametrize("how", ["option", "context"])
-@pytest.mark.parametrize("names", [["sin"], ["exp", "matmul", "square"]], ids=len)
-def test_debug_mode_keeps_nothing(ckpt: Candidate, names: list[str], how: str) -> None:
+def test_debug_mode_keeps_nothing(ckpt: Candidate, how: str) -> None:
     """Does debug mode drop intermediates, give the same gradients and leave nothing?"""
+    names = ["exp", "square"]
     marks = Marks()
     body = _named(names, marks)
     plain = _input()

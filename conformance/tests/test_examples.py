@@ -39,9 +39,7 @@ class _CandidateModule(ModuleType):
 
 
 @pytest.mark.parametrize("example_of", _cases())
-def test_example(
-    ckpt: Candidate, example_of: Clause, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_example(ckpt: Candidate, example_of: Clause, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example of the clause runs to its end."""
     monkeypatch.setitem(sys.modules, "candidate", _CandidateModule(ckpt))
     path = _SPECIFICATION.directory / example_of.chapter

@@ -1495,7 +1495,9 @@ def test_entry_without_overload_is_not_ignored(ckpt: Candidate, entry: str, posi
 
 
 @clause("selective/other-arguments")
-@pytest.mark.parametrize("argument", [None, 5, 2.5, "aten::mm", object()], ids=["none", "int", "float", "str", "object"])
+@pytest.mark.parametrize(
+    "argument", [None, 5, 2.5, "aten::mm", object()], ids=["none", "int", "float", "str", "object"]
+)
 def test_neither_callable_nor_list_is_refused(ckpt: Candidate, argument: Any) -> None:
     """Is anything that cannot name a policy refused?"""
     function = lambda t: (t @ t).tanh()
