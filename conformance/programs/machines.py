@@ -99,7 +99,9 @@ def retained_graph_machine(candidate: Any) -> type[RuleBasedStateMachine]:
                     allow_unused=True,
                 )
                 if create:
-                    total = sum(item.square().sum() for item in given if item is not None)
+                    total = torch.stack(
+                        [item.square().sum() for item in given if item is not None]
+                    ).sum()
                     again = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
                     return [item.detach() if item is not None else None for item in again]
                 return list(given)

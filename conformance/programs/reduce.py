@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from conformance.programs.model import (
     Apply,
@@ -79,6 +79,10 @@ _NAME = re.compile(r"\b(?:v|x|i|a|m|out)\d+\b")
 
 def mapped(value: _T, change: Callable[[str], str]) -> _T:
     """``value`` with ``change`` applied to every text in it."""
+    return cast(_T, _mapped(value, change))
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     result: Any = value
     if isinstance(value, str):
         result = change(value)
@@ -448,7 +452,8 @@ def _simpler_options(options: Options) -> Iterator[Options]:
         yield plain
     for item in fields(Options):
         if item.name != "use_reentrant" and getattr(options, item.name) != item.default:
-            yield replace(options, **{item.name: item.default})
+            default: dict[str, Any] = {item.name: item.default}
+            yield replace(options, **default)
     if options.policy is not None and len(options.policy.operators) > 1:
         for name in options.policy.operators:
             kept = tuple(one for one in options.policy.operators if one != name)

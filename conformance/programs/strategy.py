@@ -172,7 +172,8 @@ class _Builder:
         """One of ``options``; shrinks to the first."""
         if len(options) == 1:
             return options[0]
-        return options[self._draw(_index(len(options)))]
+        index: int = self._draw(_index(len(options)))
+        return options[index]
 
     def chance(self) -> bool:
         return bool(self._draw(_BOOLEAN))
@@ -447,7 +448,7 @@ class _Builder:
         able = [item for item in self.floats(scope) if item.tensor.grad or not use_reentrant]
         operand = self.pick(able)
         operand.memory.frozen = True
-        stages = []
+        stages: list[str] = []
         while not stages or self.more(len(stages), 5):
             stages.append(self.pick((*_STEADY, "dropout") if scope.random else _STEADY))
         tensor = replace(operand.tensor, name=self.name("v"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conformance.candidate import Candidate
@@ -595,14 +595,21 @@ class _Needs(torch.autograd.Function):
 
 
 @clause("nesting/determinism")
-@given(depth=st.integers(2, 4), early_stop=st.booleans(), data=st.data())
+@given(
+    checks=st.lists(st.booleans(), min_size=2, max_size=4),
+    faulty=st.integers(1, 4),
+    early_stop=st.booleans(),
+)
+@example(checks=[False, True], faulty=2, early_stop=True)
+@example(checks=[True, False], faulty=2, early_stop=True)
+@example(checks=[True, False, True], faulty=1, early_stop=False)
 def test_mismatch_at_any_level_is_reported(
-    ckpt: Candidate, depth: int, early_stop: bool, data: st.DataObject
+    ckpt: Candidate, checks: list[bool], faulty: int, early_stop: bool
 ) -> None:
     """Is a function that does not repeat itself an error at whatever level it is, exactly if that
     level's own check is on?"""
-    faulty = data.draw(st.integers(1, depth))
-    checks = data.draw(st.lists(st.booleans(), min_size=depth, max_size=depth))
+    depth = len(checks)
+    faulty = min(faulty, depth)
     runs = [0] * (depth + 1)
 
     def tower(level: int, wrong: int) -> _Function:
@@ -644,6 +651,8 @@ def test_mismatch_at_any_level_is_reported(
 
 @clause("nesting/own-randomness")
 @given(preserved=st.lists(st.booleans(), min_size=2, max_size=4))
+@example(preserved=[False, True])
+@example(preserved=[True, False, True])
 def test_random_state_is_preserved_level_by_level(ckpt: Candidate, preserved: list[bool]) -> None:
     """Does each level's own preserve_rng_state=True make its random numbers repeat, whatever the
     levels around and inside it say?"""
@@ -672,6 +681,12 @@ def test_random_state_is_preserved_level_by_level(ckpt: Candidate, preserved: li
     reached()
     for level, numbers in enumerate(drawn):
         assert len(numbers) >= 2, f"expected level {level + 1} to be recomputed"
+        if preserved[level]:
+            different = len({tuple(number.tolist()) for number in numbers})
+            assert different < len(numbers), (
+                f"level {level + 1} of {preserved}: expected its recomputation to repeat the "
+                f"numbers of an earlier run, observed {different} draws in {len(numbers)} runs"
+            )
     if preserved[0]:
         for number in drawn[0][1:]:
             assert_same(number, drawn[0][0], "random numbers of the outermost region")

@@ -18,9 +18,14 @@ from conformance.programs.strategy import programs
 from conformance.testing import clause
 
 
+_CURRENT = settings.default
+assert _CURRENT is not None
+_BUDGET = _CURRENT.max_examples
+
+
 def histories() -> settings:
     """Histories of at most 12 steps."""
-    return settings(max_examples=3 * settings.default.max_examples, stateful_step_count=12)
+    return settings(max_examples=_BUDGET, stateful_step_count=12)
 
 
 def times(count: int) -> settings:
@@ -29,7 +34,7 @@ def times(count: int) -> settings:
     ``reduce`` makes a failing program small, faster than Hypothesis's own shrinking would.
     """
     return settings(
-        max_examples=count * settings.default.max_examples,
+        max_examples=count * _BUDGET,
         phases=[Phase.explicit, Phase.reuse, Phase.generate],
     )
 
