@@ -14,6 +14,7 @@ from conformance.cli.merge import merge
 from conformance.cli.mutants import mutants
 from conformance.cli.run import run, smoke
 from conformance.errors import EXIT_SUITE_FAILED, ConformanceError
+from conformance.programs.command import differential
 
 
 class _Commands(click.Group):
@@ -48,7 +49,7 @@ def cli(debug: bool) -> None:
     """Grade implementations of activation checkpointing against the specification."""
 
 
-for command in (run, smoke, clauses, show, compare, merge, mutants):
+for command in (run, smoke, clauses, show, compare, merge, mutants, differential):
     cli.add_command(command)
 
 

@@ -28,6 +28,10 @@ class Marks:
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[Any]] = []
+        # Collections look only at what is made from here on: the hundreds of thousands of objects
+        # that torch and the test runner hold would make each of them some fifty times slower.
+        gc.freeze()
+        weakref.finalize(self, gc.unfreeze).atexit = False
 
     def __call__(self, value: _T) -> _T:
         """Mark ``value`` and return it."""
@@ -51,7 +55,7 @@ class Marks:
 
     def surviving(self, allowed: int = 0) -> int:
         """Number of marks alive; where these are more than ``allowed``, after a garbage
-        collection (which costs tens of milliseconds, so it is left out where it cannot matter)."""
+        collection (left out where it cannot matter, for it takes time)."""
         alive, before = self.alive(), -1
         # What a collection frees may have held the next cycle: collect as long as that helps.
         while alive > allowed and alive != before:

@@ -100,10 +100,15 @@ class Grader:
             database=None,
             print_blob=False,
             report_multiple_bugs=False,
-            phases=FIND_ONLY if self.config.getoption("no_shrink") else tuple(Phase),
+            phases=FIND_ONLY if self._only_find() else tuple(Phase),
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         )
         hypothesis.settings.load_profile("conformance")
+
+    def _only_find(self) -> bool:
+        """A quick run is to be quick for a candidate that fails everywhere, too."""
+        quick = self.config.getoption("budget") == "quick"
+        return bool(quick or self.config.getoption("no_shrink"))
 
     def pytest_unconfigure(self) -> None:
         """A thread that a candidate left must not keep a worker alive for ever."""
@@ -244,6 +249,7 @@ def _judge(call: pytest.CallInfo[None], minimum: int) -> tuple[str, str, bool, s
     if isinstance(raised, TimeLimitReached):
         return "timeout", str(raised), False, name
     silent = isinstance(raised, (AssertionError, pytest.fail.Exception))
+    silent = bool(getattr(raised, "silent", silent))
     return "fail", message, silent, name
 
 

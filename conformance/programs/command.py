@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from conformance.candidate import load_candidate
 from conformance.errors import EXIT_CONFORMS, EXIT_DOES_NOT_CONFORM, UsageError
-from conformance.programs.differential import Comparison, Found, compare_candidates
-from conformance.programs.languages import LANGUAGES
-from conformance.programs.render import render
+
+if TYPE_CHECKING:
+    from conformance.programs.differential import Comparison, Found
 
 
 @click.command()
@@ -42,6 +43,10 @@ def differential(
 ) -> None:
     """Run the same random programs on candidates A and B and show every observable difference,
     smallest program first. Exits 0 where nothing differs, 1 where something does."""
+    # torch is loaded here and not with the command line: listing clauses needs none of it.
+    from conformance.programs.differential import compare_candidates
+    from conformance.programs.languages import LANGUAGES
+
     unknown = [name for name in names if name not in LANGUAGES]
     if unknown:
         raise UsageError(f"no family {unknown[0]!r}; there are: {', '.join(LANGUAGES)}")
@@ -72,6 +77,8 @@ def differential(
 
 def describe(number: int, found: Found, comparison: Comparison) -> str:
     """One difference for the terminal."""
+    from conformance.programs.render import render
+
     wrong = " and ".join(found.wrong) or "neither"
     lines = [
         f"── {number}. {found.language}: {found.difference.name}{found.difference.path} "
@@ -89,6 +96,8 @@ def describe(number: int, found: Found, comparison: Comparison) -> str:
 
 def write(folder: Path, found: Found, comparison: Comparison) -> None:
     """The program and both traces of one difference as files."""
+    from conformance.programs.render import render
+
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "program.py").write_text(render(found.program).source, encoding="utf-8")
     for name, text in zip("AB", found.traces, strict=True):

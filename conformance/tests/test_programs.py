@@ -17,7 +17,6 @@ from conformance.programs.model import Program
 from conformance.programs.strategy import programs
 from conformance.testing import clause
 
-
 _CURRENT = settings.default
 assert _CURRENT is not None
 _BUDGET = _CURRENT.max_examples
