@@ -138,10 +138,12 @@ def conclude(
     """The verdict of the whole and the exit code. ``level`` is the lowest that decides."""
     deciding = LEVELS[: LEVELS.index(level.upper()) + 1]
     declared = set(declared)
+    if any(r["verdict"] in _AGAINST and r["level"] in deciding for r in results):
+        # Shown to be wrong, whatever else could not be shown. (A candidate that never recomputes
+        # keeps many tests from reaching what they ask about.)
+        return "does-not-conform", EXIT_DOES_NOT_CONFORM
     if any(result["verdict"] == "error" for result in results):
         return "suite-error", EXIT_SUITE_FAILED
-    if any(r["verdict"] in _AGAINST and r["level"] in deciding for r in results):
-        return "does-not-conform", EXIT_DOES_NOT_CONFORM
     if any(result["verdict"] == "not-run" for result in results):
         return "incomplete", EXIT_DOES_NOT_CONFORM
     unsupported = [r for r in results if r["verdict"] == "unsupported" and r["level"] in deciding]
