@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -1730,6 +1730,7 @@ RANDOM: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
     early_stop=st.booleans(),
     drawn_between=st.integers(0, 3),
 )
+@example(names=["rand"], preserve=False, early_stop=False, drawn_between=2)
 def test_kept_random_results_are_used_again(
     ckpt: Candidate, names: list[str], preserve: bool, early_stop: bool, drawn_between: int
 ) -> None:

@@ -684,6 +684,7 @@ def test_parameters_are_trained_with_a_frozen_input(
 @given(
     split=splits.filter(lambda split: split[1] > 1), enabled=st.sampled_from([None, True, False])
 )
+@example(split=(4, 2), enabled=None)
 def test_early_stop_context_applies(
     ckpt: Candidate, split: tuple[int, int], enabled: bool | None
 ) -> None:
