@@ -2721,6 +2721,7 @@ HARMLESS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     names=st.lists(st.sampled_from(sorted(HARMLESS)), min_size=1, max_size=3),
     early_stop=st.booleans(),
 )
+@example(names=["input made afresh"], early_stop=False)
 def test_other_changes_are_no_error(ckpt: Candidate, names: list[str], early_stop: bool) -> None:
     """Are changes of anything but kept results accepted, with exact gradients?"""
 
