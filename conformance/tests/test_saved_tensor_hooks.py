@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -783,6 +783,14 @@ def test_false_does_not_warn(ckpt: Candidate, names: list[str], kept: set[str]) 
     everything=st.booleans(),
     backward_inside=st.booleans(),
 )
+@example(
+    names=["tanh", "exp"],
+    kept={"tanh", "exp"},
+    hooks=["numbering"],
+    option="True",
+    everything=False,
+    backward_inside=False,
+)
 def test_selective_regions_are_exact_under_hooks(
     ckpt: Candidate,
     names: list[str],
@@ -891,6 +899,7 @@ def test_option_is_not_handed_to_the_function(
 
 @clause("hooks/reentrant")
 @given(names=chains, option=any_option, hooked=st.booleans())
+@example(names=["exp"], option="False", hooked=True)
 def test_reentrant_refuses_or_ignores_the_option(
     ckpt: Candidate, names: list[str], option: str, hooked: bool
 ) -> None:

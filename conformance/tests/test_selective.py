@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -1730,6 +1730,7 @@ RANDOM: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
     early_stop=st.booleans(),
     drawn_between=st.integers(0, 3),
 )
+@example(names=["rand"], preserve=False, early_stop=False, drawn_between=2)
 def test_kept_random_results_are_used_again(
     ckpt: Candidate, names: list[str], preserve: bool, early_stop: bool, drawn_between: int
 ) -> None:
@@ -2735,6 +2736,7 @@ def test_each_other_change_is_no_error(ckpt: Candidate, name: str) -> None:
     names=st.lists(st.sampled_from(sorted(HARMLESS)), min_size=1, max_size=3),
     early_stop=st.booleans(),
 )
+@example(names=["input made afresh"], early_stop=False)
 def test_other_changes_are_no_error(ckpt: Candidate, names: list[str], early_stop: bool) -> None:
     """Are changes of anything but kept results accepted, with exact gradients?"""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conformance.candidate import Candidate
@@ -311,6 +311,7 @@ def test_arguments_by_position_and_name(ckpt: Candidate, use_reentrant: bool, fo
 @clause("sequential/parts")
 @both_variants
 @given(split=splits)
+@example(split=(6, 5))
 def test_there_are_as_many_parts_as_segments(
     ckpt: Candidate, use_reentrant: bool, split: tuple[int, int]
 ) -> None:
@@ -336,6 +337,7 @@ def test_there_are_as_many_parts_as_segments(
 @clause("sequential/last-part-plain")
 @both_variants
 @given(split=splits)
+@example(split=(5, 4))
 def test_last_part_is_not_recomputed(
     ckpt: Candidate, use_reentrant: bool, split: tuple[int, int]
 ) -> None:
@@ -365,6 +367,7 @@ def test_last_part_is_not_recomputed(
 @clause("sequential/split")
 @both_variants
 @given(split=splits)
+@example(split=(5, 3))
 def test_parts_are_even_and_the_last_takes_the_rest(
     ckpt: Candidate, use_reentrant: bool, split: tuple[int, int]
 ) -> None:
@@ -586,6 +589,7 @@ def test_random_numbers_are_new(
 
 @clause("sequential/autograd-grad")
 @given(names=kinds, cut=st.integers(0, 6), way=st.sampled_from(["grad", "inputs", "create_graph"]))
+@example(names=["linear", "tanh", "sin"], cut=2, way="grad")
 def test_autograd_grad_works(ckpt: Candidate, names: list[str], cut: int, way: str) -> None:
     """Do autograd.grad and backward(inputs=…) give the plain run's gradients?"""
     segments = 1 + cut % len(names)
@@ -680,6 +684,7 @@ def test_parameters_are_trained_with_a_frozen_input(
 @given(
     split=splits.filter(lambda split: split[1] > 1), enabled=st.sampled_from([None, True, False])
 )
+@example(split=(4, 2), enabled=None)
 def test_early_stop_context_applies(
     ckpt: Candidate, split: tuple[int, int], enabled: bool | None
 ) -> None:
