@@ -7,6 +7,7 @@ variant breaks dies with it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -27,7 +28,10 @@ from conformance.specification import DEFAULT_EDITION, EDITIONS, load_specificat
 from conformance.specification.model import PROFILES, VARIANTS
 from conformance.specification.tests_index import EXAMPLES_FILE, index_tests, tests_dir
 
-KILLING = ("fail", "crash", "timeout")
+KILLING = ("fail", "crash", "timeout", "inconclusive")
+"""Verdicts by which a clause catches a variant. *Inconclusive* is one: no run of the unpatched
+reference is, so a variant that makes a test disagree with itself (by state that it leaves for the
+next example) has been noticed, and does not conform."""
 
 
 @dataclass
@@ -71,7 +75,7 @@ def run_jobs(
     ``time_limit`` is for a whole job, in seconds; a job over it is killed, and the clause whose
     test was running has the verdict ``timeout``.
     """
-    _preload()
+    _preload(budget)
     waiting = list(enumerate(jobs))
     outcomes: dict[int, Outcome] = {}
     running: dict[int, _Child] = {}
@@ -259,15 +263,21 @@ def _edition(clauses: Sequence[str]) -> str:
     raise ConformanceError(f"no edition has all of {', '.join(clauses)}")
 
 
-def _preload() -> None:
+def _preload(budget: str) -> None:
     """Import everything that the children need, once."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
 
     torch.set_num_threads(1)
-    importlib.import_module("conformance.plugin.grading")
+    from conformance.plugin.grading import use_hypothesis_settings
+
+    use_hypothesis_settings(budget, only_find=True)
     for path in sorted(tests_dir().glob("test_*.py")):
         importlib.import_module(f"conformance.tests.{path.stem}")
+    for name in ("torch._dynamo", "torch._inductor", "torch.testing"):
+        importlib.import_module(name)  # else each child would import them again
+    gc.collect()
+    gc.freeze()
 
 
 def _everything() -> dict[str, dict[str, str | None]]:

@@ -72,7 +72,7 @@ class _Loader(SourceFileLoader):
         source = re.sub(
             rf"^(\s*(?:from|import)\s+){REFERENCE}\b", rf"\g<1>{self._package}", source, flags=re.M
         )
-        code: CodeType = compile(source, f"<{self._package}/{path.name}>", "exec")
+        code: CodeType = compile(source, str(path), "exec")
         return code
 
 

@@ -43,6 +43,22 @@ FIND_ONLY = (Phase.explicit, Phase.generate)
 """Phases of Hypothesis where finding a failure is enough and its smallest form costs only time."""
 
 
+def use_hypothesis_settings(budget: str, *, only_find: bool) -> None:
+    """Make the settings of ``budget`` the default. ``@given`` reads the default when a test module
+    is imported, so this comes first."""
+    hypothesis.settings.register_profile(
+        "conformance",
+        max_examples=EXAMPLES[budget],
+        deadline=None,  # a deadline would measure this machine, not the candidate
+        database=None,
+        print_blob=False,
+        report_multiple_bugs=False,
+        phases=FIND_ONLY if only_find else tuple(Phase),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    hypothesis.settings.load_profile("conformance")
+
+
 class Grader:
     """One per process that runs tests."""
 
@@ -86,24 +102,11 @@ class Grader:
         if plan and "directory" in plan:
             self._watch = TimeLimit(plan["time_limit"], Path(plan["directory"]))
         self._memory_limit: int | None = plan.get("memory_limit") if plan else None
-        self._use_hypothesis_settings()
+        use_hypothesis_settings(config.getoption("budget"), only_find=self._only_find())
         if hasattr(config, "workerinput"):
             # Ctrl-C reaches every process of the terminal; only the controller may act on it.
             # So a KeyboardInterrupt seen here was raised by the candidate.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def _use_hypothesis_settings(self) -> None:
-        hypothesis.settings.register_profile(
-            "conformance",
-            max_examples=EXAMPLES[self.config.getoption("budget")],
-            deadline=None,  # a deadline would measure this machine, not the candidate
-            database=None,
-            print_blob=False,
-            report_multiple_bugs=False,
-            phases=FIND_ONLY if self._only_find() else tuple(Phase),
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-        )
-        hypothesis.settings.load_profile("conformance")
 
     def _only_find(self) -> bool:
         """A quick run is to be quick for a candidate that fails everywhere, too."""
