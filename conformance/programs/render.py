@@ -158,7 +158,9 @@ class _Writer:
 
     def hook(self, item: Hook, depth: int) -> None:
         if item.kind == "double":
-            self.add(depth, f"{item.tensor}.register_hook(lambda grad: grad * 2)")
+            # One of several results of an operator may get no gradient at all: None.
+            doubled = "lambda grad: grad if grad is None else grad * 2"
+            self.add(depth, f"{item.tensor}.register_hook({doubled})")
             return
         name = f"hook on {item.tensor}"
         self.hooks.append(name)
