@@ -40,7 +40,7 @@ class AmbientState:
     def capture(cls) -> AmbientState:
         """Read the state of this thread and process."""
         return cls(
-            rng=_random_state(),
+            rng=random_state(),
             python_rng=hash(random.getstate()),
             grad_enabled=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
@@ -70,7 +70,8 @@ class AmbientState:
         return changed
 
 
-def _random_state() -> bytes:
+def random_state() -> bytes:
+    """The CPU generator's state."""
     state = torch.get_rng_state()
     # Read in place: torch turns tensors into bytes only through numpy, which need not be there.
     return ctypes.string_at(state.data_ptr(), state.numel())

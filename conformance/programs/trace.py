@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from conformance.observe.ambient import random_state
 from conformance.programs.execute import Observed, RegionWrap, execute
 from conformance.programs.render import Rendered
 
@@ -167,7 +168,7 @@ def first_difference(one: Trace, other: Trace) -> str:
 
 def _digest() -> str:
     with torch.utils._python_dispatch._disable_current_modes():
-        return format(zlib.crc32(torch.get_rng_state().numpy().tobytes()), "08x")
+        return format(zlib.crc32(random_state()), "08x")
 
 
 def _described(value: Any) -> str:
