@@ -219,6 +219,8 @@ def _environment(settings: Settings) -> Iterator[None]:
         "PYTEST_ADDOPTS": "",
         "OMP_NUM_THREADS": "1",
         "PYTHONHASHSEED": "0",
+        # torch says so on import; nothing here needs numpy.
+        "PYTHONWARNINGS": "ignore:Failed to initialize NumPy",
     }
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
