@@ -1,0 +1,1 @@
+"""The part that needs a CUDA device; nothing is here yet."""
